@@ -222,8 +222,10 @@ def _scatter_early(graph: Graph) -> None:
         for scatter in layer:
             scatter.send()
     for layer, following in zip(layers, [*layers[1:], *layers[-1:]], strict=True):
+        # A micro-batch's gradients are added to those before it while the next one has not begun.
+        is_last = following[0].layer[0] > layer[0].layer[0]
         for scatter in layer:
-            scatter.wait(following[-1].node)
+            scatter.wait((layer if is_last else following)[-1].node)
 
 
 class _Scatter:

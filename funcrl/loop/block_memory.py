@@ -18,6 +18,7 @@ class Rows(NamedTuple):
     padded: int
     slots: int
     length: int
+    shared: int  # tokens of the slots that are also another sample's
 
 
 class Work(NamedTuple):
@@ -34,7 +35,7 @@ class Work(NamedTuple):
 
 def work_of_shape(config: TrainConfig, shape: TransformerConfig, sizes: Rows, logits: int) -> Work:
     """Return what funcrl's own network computes in, with `logits_bytes`."""
-    rows, padded, slots, length = sizes
+    rows, padded, slots, length, shared = sizes
     compute, tokens, remat = number_bytes(config), rows * padded, remat_of(config)
     scores = padded if config.attend == "native" else 0
     kept, again = kept_and_recomputed(shape, remat, scores, compute)
@@ -42,13 +43,17 @@ def work_of_shape(config: TrainConfig, shape: TransformerConfig, sizes: Rows, lo
     head = 0 if config.lora.rank else FLOAT * shape.width * shape.vocab_size
     on_gpu = config.device == "cuda"
     draws = config.generator == "sampler" and on_gpu and config.dtype == "bfloat16"
+    is_captured = draws and captured_runs(shape)
+    cache = slots * sum(kept_by_sampler(shape, kind, length, compute) for kind in shape.kinds)
+    if is_captured:  # a prompt's pages are those of all its samples
+        cache -= cache * shared // (slots * length)
     return Work(
         kept=tokens * kept,
         logits=logits + head,
         of_teacher=logits,
         recomputed=tokens * again + head if remat != "none" else 0,
-        cache=slots * sum(kept_by_sampler(shape, kind, length, compute) for kind in shape.kinds),
-        is_captured=draws and captured_runs(shape),
+        cache=cache,
+        is_captured=is_captured,
         has_layout=not on_gpu,
     )
 

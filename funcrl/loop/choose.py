@@ -16,6 +16,7 @@ _MULTIPLE = 64  # of which the length of a packed row is one
 _ROWS = 16  # the number of packed rows is a multiple of at most so many
 _SLOTS = 512
 _BUSY = 8192  # tokens of a micro-batch that keep a GPU's products busy
+_COMPILED = CompileConfig(backend="inductor", remat="selective")
 _WHY = {"samples": "no padding", "prefixes": "no padding, and a prompt once for its group"}
 
 
@@ -94,8 +95,7 @@ def choose_options(
     if isinstance(shape, TransformerConfig):
         _choose_operations(found, shape, prompt_tokens if num_turns == 1 else None)
         if has_compiler:
-            fast = CompileConfig(backend="inductor", remat="selective")
-            found.choose("compile", fast, "fewer kernels, and products alone are kept")
+            found.choose("compile", _COMPILED, "fewer kernels, and products alone are kept")
     samples = -(-config.num_prompts // num_ranks) * config.num_generations
     slots = min(samples, _SLOTS)
     while slots > 1 and estimated(replace(found.config, slots=slots)).cache > gpu_bytes / 4:
@@ -103,10 +103,14 @@ def choose_options(
     found.choose("slots", slots, "samples drawn at once; their cache takes a quarter at most")
     length = prompt_tokens + config.sampling.max_tokens * (2 * num_turns - 1)
     chunks = ["all", 1024, 256] if isinstance(shape, TransformerConfig) else [config.logprob_chunk]
+    tried = []
     for changes in _sizes(found, length, samples, chunks):
-        estimate = estimated(replace(found.config, **changes))
-        if estimate.peak <= _FILLED * gpu_bytes:
+        tried.append((estimated(replace(found.config, **changes)), changes))
+        if tried[-1][0].peak <= _FILLED * gpu_bytes:
             break
+    else:  # gradients that wait for each other can take more than a larger micro-batch
+        tried.sort(key=lambda each: each[0].peak, reverse=True)
+    estimate, changes = tried[-1]
     fits = "" if estimate.peak <= gpu_bytes else f", which does not fit. {estimate.advice}"
     reason = f"{estimate.peak / 1e9:.0f} of {gpu_bytes / 1e9:.0f} GB estimated{fits}"
     for name, value in changes.items():
@@ -198,7 +202,10 @@ def _pack(found: _Choices, shape: TransformerConfig, prompt: int) -> None:
 def _sizes(
     found: _Choices, length: int, samples: int, chunks: list[Any]
 ) -> Iterator[dict[str, Any]]:
-    """Yield micro-batches from large to small, with all logits kept where tokens are enough."""
+    """Yield micro-batches from large to small, with all logits kept where tokens are enough.
+
+    Where a compiled step was chosen, they come once more with everything computed again.
+    """
     config, given = found.config, found.given
     row = length if config.packing == "none" else config.pack_length or length
     most = samples if config.packing == "none" else config.pack_rows
@@ -207,8 +214,10 @@ def _sizes(
         rows = [config.microbatch or samples]
     if "logprob_chunk" in given:
         chunks = [config.logprob_chunk]
-    for chunk in chunks:
-        for count in rows:
-            if chunk != "all" or count * row >= _BUSY or len(chunks) == 1:
-                changes = {"microbatch": count, "logprob_chunk": chunk}
-                yield {name: value for name, value in changes.items() if name not in given}
+    recomputed = [{}, {"compile": replace(_COMPILED, remat="full")}]
+    for again in recomputed if "compile" in found.reasons else [{}]:
+        for chunk in chunks:
+            for count in rows:
+                if chunk != "all" or count * row >= _BUSY or len(chunks) == 1:
+                    changes = {"microbatch": count, "logprob_chunk": chunk, **again}
+                    yield {name: value for name, value in changes.items() if name not in given}

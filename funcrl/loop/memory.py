@@ -26,9 +26,9 @@ from funcrl.models.logprobs import chunk_for
 from funcrl.models.lora import targets_of
 from funcrl.ops.quantized import BLOCK
 
-# Of what a GPU's tensors take: four compiled runs on an H200 held 15 to 22% more than these
+# Of what a step on a GPU makes and frees: by this much more four compiled runs on an H200 held
 # (docs/benchmarks.md, "The memory estimate").
-_RESERVE = 0.19
+_RESERVE = 0.26
 # A packed row whose length is not given is this many times as long as the longest sample: little
 # of it is then left empty.
 LONGEST = 4
@@ -50,6 +50,8 @@ _LOWERED_BY = {
     "recomputed": "--microbatch",
     "per_sample": "--microbatch",
     "gradients": "--lora.rank 16",
+    "accumulated": "a larger --microbatch with --compile.remat full, or --lora.rank 16",
+    "first_state": "--compile",
     "updates": "--compile",
     "next_state": "--compile.backend inductor or --optimizer.moments 8bit",
     "checkpoint": "--optimizer.moments 8bit (or --checkpoint.every 0, without a resume)",
@@ -72,6 +74,8 @@ class MemoryEstimate(NamedTuple):
     recomputed: int  # of one block, while the gradient of that matrix is there
     per_sample: int  # what --optimizer.clip-per-sample keeps until the norms are known
     gradients: int
+    accumulated: int  # gradients of earlier micro-batches, while one is differentiated
+    first_state: int  # before the first of several updates, until the last one ends
     next_state: int  # new parameters and moments beside the old: an update is pure
     updates: int  # and the clipped gradients, until an update ends that is not compiled
     checkpoint: int  # an older state, while it is being written
@@ -103,9 +107,14 @@ class MemoryEstimate(NamedTuple):
     @property
     def training(self) -> int:
         """The largest of what the ends of a backward pass and the update need besides."""
-        first = self.activations + max(self.logits, self.recomputed)
-        update = self.next_state + self.updates
-        return max(first, self.gradients + max(self.per_sample, update))
+        backward = max(self.at_its_start, self.gradients + self.per_sample)
+        update = self.gradients + self.next_state + self.updates
+        return self.first_state + max(self.accumulated + backward, update)
+
+    @property
+    def at_its_start(self) -> int:
+        """What the backward pass of a micro-batch begins with."""
+        return self.activations + max(self.logits, self.recomputed)
 
     @property
     def peak(self) -> int:
@@ -293,7 +302,8 @@ def estimate_memory(
     all_rows, padded = _rows_of_training(config, prompt_tokens, completion, num_ranks)
     rows = min(config.microbatch or all_rows, all_rows)
     slots = min(config.slots, -(-config.num_prompts // num_ranks) * config.num_generations)
-    sizes = Rows(rows, padded, slots, prompt_tokens + completion)
+    length = prompt_tokens + completion
+    sizes = Rows(rows, padded, slots, length, _shared_tokens(config, slots, length, num_turns))
     networks = [shape] if config.algorithm.divergence == "sampled" else [shape, teacher]
     chunk = chunk_for(
         config.logprob_chunk, (each for each in networks if isinstance(each, nn.Module))
@@ -310,7 +320,7 @@ def estimate_memory(
     moves = config.algorithm.reference_every is not None  # the reference is part of a checkpoint
     saves = bool(config.checkpoint.every) and not is_put_together
     is_in_place = config.compile is not None and config.compile.backend == "inductor"
-    num_states = min(config.num_iterations * config.num_minibatches, 2)
+    keeps_first = config.compile is None and config.num_iterations * config.num_minibatches > 1
     trained_sizes = tuple(_trained(config.lora, shape).items())
     moments = _optimizer_state(_kind_of_optimizer(config), trained_sizes)
     own_moments = round(moments * share.updated / trained)
@@ -328,15 +338,47 @@ def estimate_memory(
         recomputed=work.recomputed,
         per_sample=_per_sample(config, shape, rows, padded, compute),
         gradients=share.gradients + share.gathered + merged_within,
-        # With several updates a step, the state before the first is kept. Inductor's pieces write
-        # over the old state layer by layer.
-        next_state=(share.parameters + own_moments) * (0 if is_in_place else num_states),
+        accumulated=_accumulated(config, shape, share, -(-all_rows // rows)),
+        first_state=(share.parameters + own_moments) * keeps_first,
+        # Inductor's pieces write over the old state layer by layer.
+        next_state=(share.parameters + own_moments) * (not is_in_place),
         updates=updates if config.compile is None else 0,
         checkpoint=saves * ((1 + config.max_staleness + moves) * trained + moments),
         cache=work.cache,
         kept_cache=work.cache if work.is_captured else 0,
     )
-    return estimate._replace(reserve=round(_RESERVE * estimate.peak) if on_gpu else 0)
+    return estimate._replace(reserve=round(_RESERVE * estimate.at_its_start) if on_gpu else 0)
+
+
+def _shared_tokens(config: TrainConfig, slots: int, length: int, num_turns: int) -> int:
+    """Return how many tokens of a paged cache are also those of another sample of its prompt.
+
+    An evaluation draws one sample of each prompt, and later turns have prompts of their own.
+    """
+    completion = config.sampling.max_tokens
+    if num_turns > 1:
+        return 0
+    prompts = -(-slots // config.num_generations)
+    evaluated = min(config.slots, config.evaluation.num_prompts) if config.evaluation.every else 0
+    needed = slots * completion + prompts * (length - completion)
+    return max(0, slots * length - max(needed, evaluated * length))
+
+
+def _accumulated(config: TrainConfig, shape: Network, share: _Shares, num_microbatches: int) -> int:
+    """Return the bytes of the gradients of earlier micro-batches.
+
+    Exact numerics add micro-batches up in pairs: sums of 1, 2, 4 and so on of them wait for one of
+    as many, and a tied matrix has two gradients until the end.
+    """
+    if num_microbatches == 1:
+        return 0
+    in_pairs = config.numerics == "exact" and not config.lora.rank
+    clips = config.optimizer.clip_per_sample is not None
+    if not in_pairs or clips or not isinstance(shape, TransformerConfig):
+        return share.updated
+    second = FLOAT * shape.vocab_size * shape.width * shape.tied
+    whole = FLOAT * num_trained(config, shape) + second
+    return (num_microbatches.bit_length() - 1) * whole
 
 
 def _num_layers(network: Network) -> int:
@@ -363,14 +405,16 @@ def _per_sample(config: TrainConfig, shape: Network, rows: int, tokens: int, com
     """Return the bytes that clipping each of some rows keeps until all norms are known.
 
     Those of gradients, once as they are and once clipped. A compiled step does not make them: it
-    keeps what each parameter is multiplied with, and the gradient of the result.
+    keeps what each parameter is multiplied with, and the gradient of the result, whose place the
+    parameters' gradients then take.
     """
     if config.optimizer.clip_per_sample is None:
         return 0
     is_fused = config.compile is not None and config.compile.fuse != "none"
     if not is_fused or not isinstance(shape, TransformerConfig):
         return 2 * rows * FLOAT * num_trained(config, shape)
-    return rows * tokens * compute * sum(read_and_found(shape, kind) for kind in shape.kinds)
+    kept = rows * tokens * compute * sum(read_and_found(shape, kind) for kind in shape.kinds)
+    return max(0, kept - FLOAT * num_trained(config, shape))
 
 
 def _num_older(config: TrainConfig) -> int:

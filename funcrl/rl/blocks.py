@@ -26,7 +26,7 @@ from funcrl.parallel import (
 )
 from funcrl.parallel.mesh import ALONE
 from funcrl.parallel.rows import num_own_rows
-from funcrl.rl.backward import Gradient, one_number, reduce_rows, value_and_grad
+from funcrl.rl.backward import Gradient, one_number, reduce_rows, sum_gradients, value_and_grad
 from funcrl.rl.grads import PerSampleTransform, summed_gradient
 from funcrl.rl.metrics import merge, merge_ranks, num_samples
 
@@ -60,14 +60,20 @@ def score_gradient(
     def sample_loss(params: Params, sample: Any) -> tuple[Tensor, Metrics]:
         return loss_fn(model_fn(params, sample), sample)
 
-    of_rank = summed_gradient(sample_loss, per_sample, microbatch, function=function)
+    of_rows = summed_gradient(sample_loss, per_sample, function=function)
+
+    def of_chunk(params: Params, chunk: Rows) -> Gradient:
+        found = of_rows(params, chunk)
+        # Ranks that share a state add up their shards, and never whole gradients.
+        return found._replace(grads=psum_shard_tree(found.grads, mesh))
 
     def gradient(params: Params, batch: Rows) -> Gradient:
-        found = of_rank(params, batch)
-        is_shared = mesh.shard.size > 1
-        grads = (
-            psum_shard_tree(found.grads, mesh) if is_shared else psum_tree(found.grads, mesh.all)
+        chunks = split_rows(function, batch, microbatch)
+        found = sum_gradients(
+            (of_chunk(params, chunk), num_rows(function, chunk)) for chunk in chunks
         )
+        is_shared = mesh.shard.size > 1
+        grads = found.grads if is_shared else psum_tree(found.grads, mesh.all)
         return _metrics_of_ranks(found._replace(grads=grads), batch, mesh.all)
 
     return gradient

@@ -64,8 +64,23 @@ def test_they_fit_the_gpu(gigabytes):
 
 def test_what_does_not_fit_is_said():
     chosen = funcrl.choose_options(config(), [], QWEN, 128, 4 * GB)
-    assert chosen.config.microbatch == 1
+    for rows, remat in product((1, 2, 4, 8, 16), ("selective", "full")):
+        other = replace(chosen.config, microbatch=rows, compile=replace(FAST, remat=remat))
+        assert chosen.estimate.peak <= funcrl.memory.estimate_memory(other, QWEN, 128).peak
     assert "of 4 GB estimated, which does not fit. By the est" in chosen.reasons["microbatch"]
+
+
+def test_everything_is_computed_again_where_products_do_not_fit():
+    """Exact sums of small micro-batches wait for each other, and take more than a large one."""
+    exact = config(numerics="exact")
+    chosen = funcrl.choose_options(exact, [], QWEN, 128, 24 * GB)
+    assert chosen.config.compile.remat == "full"
+    assert chosen.estimate.peak <= 0.92 * 24 * GB
+    for rows in (1, 2, 4, 8, 16):
+        kept = replace(chosen.config, microbatch=rows, compile=FAST)
+        assert funcrl.memory.estimate_memory(kept, QWEN, 128).peak > 0.92 * 24 * GB
+    given = replace(exact, compile=FAST)
+    assert funcrl.choose_options(given, ["compile"], QWEN, 128, 24 * GB).config.compile == FAST
 
 
 GIVEN = {

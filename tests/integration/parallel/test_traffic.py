@@ -69,13 +69,15 @@ assert largest <= 4 * SIZE * max(rows[name] * leaf[0].numel() for name, leaf in 
 
 
 # Compiled, parameters are whole a layer at a time: in bytes of the predicted peak.
-def peaks(layers):
+def peaks(layers, rows=4, microbatch=None):
     model = tiny_model(num_layers=layers, width=64, mlp_width=256)
     params = funcrl.init_params(model, seed=0)
     mesh = Mesh(shard=EVERY, all=EVERY)
-    step = funcrl.grpo_step(funcrl.logprob_fn(model), mesh=mesh, layout=layout_of(params))
+    step = funcrl.grpo_step(
+        funcrl.logprob_fn(model), mesh=mesh, layout=layout_of(params), microbatch=microbatch
+    )
     state = step.init(params)
-    batch = own_rows(tiny_batch(dtype=torch.float32), mesh)
+    batch = own_rows(tiny_batch(rows=rows, dtype=torch.float32), mesh)
     written = funcrl.trace(step.update, state, batch)
     late = step_graph(step, state, batch, funcrl.CompileConfig(remat="full"))
     numbers = [
@@ -83,7 +85,8 @@ def peaks(layers):
             if "all_gather_into_tensor" in str(node.target))
         for graph in (written, late)
     ]
-    assert 1.9 * numbers[0] < numbers[1] < 2.1 * numbers[0], numbers
+    passes = len(batch.mask) // (microbatch or len(batch.mask))
+    assert 1.9 * numbers[0] * passes < numbers[1] < 2.1 * numbers[0] * passes, numbers
     nbytes = sum(leaf.nbytes for leaf in params.values())
     held = sum(leaf.nbytes for leaf in funcrl.tree.leaves(state))
     return nbytes, held, predict_peak(written), predict_peak(late)
@@ -95,6 +98,9 @@ def peaks(layers):
 # The old state and the new one; as written, all parameters besides; else activations alone.
 shards, whole = 2 * (held_many - held_few), many - few
 assert written_many - written_few > shards + 0.9 * whole
+assert late_many - late_few < shards + 0.25 * whole
+# Of several micro-batches the gradients are added up a shard at a time, too.
+(*_, late_few), (*_, late_many) = (peaks(layers, 4 * SIZE, microbatch=1) for layers in (2, 4))
 assert late_many - late_few < shards + 0.25 * whole
 plain = funcrl.trace(lambda x: x * 2, torch.ones(3))
 assert gather_late(plain) is plain
