@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Iterator
 from dataclasses import replace
+from itertools import product
 from typing import Any, NamedTuple
 
 from funcrl.config import CompileConfig, TrainConfig
@@ -103,14 +104,14 @@ def choose_options(
     found.choose("slots", slots, "samples drawn at once; their cache takes a quarter at most")
     length = prompt_tokens + config.sampling.max_tokens * (2 * num_turns - 1)
     chunks = ["all", 1024, 256] if isinstance(shape, TransformerConfig) else [config.logprob_chunk]
-    tried = []
+    too_large = []
     for changes in _sizes(found, length, samples, chunks):
-        tried.append((estimated(replace(found.config, **changes)), changes))
-        if tried[-1][0].peak <= _FILLED * gpu_bytes:
+        estimate = estimated(replace(found.config, **changes))
+        if estimate.peak <= _FILLED * gpu_bytes:
             break
+        too_large.append((estimate, changes))
     else:  # gradients that wait for each other can take more than a larger micro-batch
-        tried.sort(key=lambda each: each[0].peak, reverse=True)
-    estimate, changes = tried[-1]
+        estimate, changes = min(reversed(too_large), key=lambda each: each[0].peak)
     fits = "" if estimate.peak <= gpu_bytes else f", which does not fit. {estimate.advice}"
     reason = f"{estimate.peak / 1e9:.0f} of {gpu_bytes / 1e9:.0f} GB estimated{fits}"
     for name, value in changes.items():
@@ -214,10 +215,10 @@ def _sizes(
         rows = [config.microbatch or samples]
     if "logprob_chunk" in given:
         chunks = [config.logprob_chunk]
-    recomputed = [{}, {"compile": replace(_COMPILED, remat="full")}]
-    for again in recomputed if "compile" in found.reasons else [{}]:
-        for chunk in chunks:
-            for count in rows:
-                if chunk != "all" or count * row >= _BUSY or len(chunks) == 1:
-                    changes = {"microbatch": count, "logprob_chunk": chunk, **again}
-                    yield {name: value for name, value in changes.items() if name not in given}
+    steps = [config.compile]
+    if "compile" in found.reasons:
+        steps.append(replace(_COMPILED, remat="full"))
+    for step, chunk, count in product(steps, chunks, rows):
+        if chunk != "all" or count * row >= _BUSY or len(chunks) == 1:
+            changes = {"microbatch": count, "logprob_chunk": chunk, "compile": step}
+            yield {name: value for name, value in changes.items() if name not in given}

@@ -355,10 +355,9 @@ def _shared_tokens(config: TrainConfig, slots: int, length: int, num_turns: int)
 
     An evaluation draws one sample of each prompt, and later turns have prompts of their own.
     """
-    completion = config.sampling.max_tokens
     if num_turns > 1:
         return 0
-    prompts = -(-slots // config.num_generations)
+    completion, prompts = config.sampling.max_tokens, -(-slots // config.num_generations)
     evaluated = min(config.slots, config.evaluation.num_prompts) if config.evaluation.every else 0
     needed = slots * completion + prompts * (length - completion)
     return max(0, slots * length - max(needed, evaluated * length))

@@ -9,6 +9,7 @@ from torch.func import vjp
 
 from funcrl.core import checks, numerics, tree
 from funcrl.core.arguments import TensorTree
+from funcrl.core.rows import num_rows, split_rows
 from funcrl.core.types import Metrics, Params, Tree
 from funcrl.rl.metrics import merge
 
@@ -62,7 +63,19 @@ def reduce_rows(metrics: Metrics) -> Metrics:
     )
 
 
-def sum_gradients(parts: Iterator[tuple[Gradient, int]]) -> Gradient:
+def sum_over_microbatches(
+    gradient_of: Callable[[Params, Any], Gradient],
+    params: Params,
+    batch: Any,
+    microbatch: int | None,
+    function: str,
+) -> Gradient:
+    """Return the gradient of a batch, of which `gradient_of` gets at most `microbatch` rows."""
+    chunks = split_rows(function, batch, microbatch)
+    return _sum_gradients((gradient_of(params, rows), num_rows(function, rows)) for rows in chunks)
+
+
+def _sum_gradients(parts: Iterator[tuple[Gradient, int]]) -> Gradient:
     """Return the sum of all parts, each with its number of rows.
 
     They are added in at least float32 and kept in the gradients' dtype.

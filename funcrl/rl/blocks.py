@@ -26,7 +26,13 @@ from funcrl.parallel import (
 )
 from funcrl.parallel.mesh import ALONE
 from funcrl.parallel.rows import num_own_rows
-from funcrl.rl.backward import Gradient, one_number, reduce_rows, sum_gradients, value_and_grad
+from funcrl.rl.backward import (
+    Gradient,
+    one_number,
+    reduce_rows,
+    sum_over_microbatches,
+    value_and_grad,
+)
 from funcrl.rl.grads import PerSampleTransform, summed_gradient
 from funcrl.rl.metrics import merge, merge_ranks, num_samples
 
@@ -68,10 +74,7 @@ def score_gradient(
         return found._replace(grads=psum_shard_tree(found.grads, mesh))
 
     def gradient(params: Params, batch: Rows) -> Gradient:
-        chunks = split_rows(function, batch, microbatch)
-        found = sum_gradients(
-            (of_chunk(params, chunk), num_rows(function, chunk)) for chunk in chunks
-        )
+        found = sum_over_microbatches(of_chunk, params, batch, microbatch, function)
         is_shared = mesh.shard.size > 1
         grads = found.grads if is_shared else psum_tree(found.grads, mesh.all)
         return _metrics_of_ranks(found._replace(grads=grads), batch, mesh.all)

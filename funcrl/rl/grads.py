@@ -14,7 +14,7 @@ from torch.func import vmap
 
 from funcrl.core import tree
 from funcrl.core.arguments import Count, Positive, TensorTree, checked
-from funcrl.core.rows import num_rows, over_rows, split_rows
+from funcrl.core.rows import num_rows, over_rows
 from funcrl.core.types import LossFn, Metrics, Params, Tree
 from funcrl.rl.backward import (
     NO_METRICS,
@@ -22,7 +22,7 @@ from funcrl.rl.backward import (
     Gradient,
     one_number,
     reduce_rows,
-    sum_gradients,
+    sum_over_microbatches,
     value_and_grad,
 )
 
@@ -116,10 +116,7 @@ def summed_gradient(
 
     @checked
     def gradient(params: TensorTree, batch: Tree) -> Gradient:
-        chunks = split_rows(function, batch, microbatch)
-        return sum_gradients(
-            (of_chunk(params, chunk), num_rows(function, chunk)) for chunk in chunks
-        )
+        return sum_over_microbatches(of_chunk, params, batch, microbatch, function)
 
     return gradient
 

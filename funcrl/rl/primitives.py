@@ -3,7 +3,7 @@
 Between them a loop of one's own may add gradients of several batches, or look at them.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from funcrl import optim
 from funcrl.core import tree
 from funcrl.core.arguments import Count, TensorTree, checked
-from funcrl.core.rows import num_rows, over_rows, split_rows
+from funcrl.core.rows import over_rows
 from funcrl.core.types import (
     Algorithm,
     GradientTransformation,
@@ -25,7 +25,7 @@ from funcrl.core.types import (
     Tree,
 )
 from funcrl.rl.algorithms import grpo
-from funcrl.rl.backward import Gradient, reduce_rows, sum_gradients, value_and_grad
+from funcrl.rl.backward import Gradient, reduce_rows, sum_over_microbatches, value_and_grad
 from funcrl.rl.losses import policy_loss
 from funcrl.rl.metrics import token_means
 from funcrl.rl.mixing import mixing_parts
@@ -102,13 +102,12 @@ def forward_backward(
         batch = counted_rows(function, batch, None, mixing)
         logprobs: list[Tensor] = []
 
-        def parts() -> Iterator[tuple[Gradient, int]]:
-            for chunk in split_rows(function, batch, microbatch):
-                found, of_tokens = of_chunk(params, chunk)
-                logprobs.append(of_tokens)
-                yield found, num_rows(function, chunk)
+        def keeping_logprobs(params: Params, chunk: Rows) -> Gradient:
+            found, of_tokens = of_chunk(params, chunk)
+            logprobs.append(of_tokens)
+            return found
 
-        total = sum_gradients(parts())
+        total = sum_over_microbatches(keeping_logprobs, params, batch, microbatch, function)
         metrics = token_means(total.metrics, batch.mask.sum())
         return Backward(total.grads, torch.cat(logprobs), total.loss, metrics)
 
