@@ -17,8 +17,8 @@ from funcrl.core import tree
 from funcrl.core.arguments import TensorTree, checked
 from funcrl.core.numerics import at_least_float32
 from funcrl.core.types import Params, Tree
-from funcrl.parallel.collectives import all_gather, psum, psum_scatter
-from funcrl.parallel.mesh import Axis, Mesh
+from funcrl.parallel.collectives import all_gather, psum_scatter
+from funcrl.parallel.mesh import Axis
 
 Layout: TypeAlias = Mapping[str, tuple[int, ...]]  # the whole shape of each parameter
 
@@ -69,21 +69,20 @@ def unshard(shards: Params, layout: Layout, axis: Axis) -> Params:
 
 
 @checked
-def psum_shard_tree(values: TensorTree, mesh: Mesh) -> Tree:
-    """Return this rank's rows of the sum of each leaf over all ranks, in at least float32.
+def psum_scatter_tree(values: TensorTree, axis: Axis) -> Tree:
+    """Return this rank's rows of the sum of each leaf over an axis, in at least float32.
 
     Example:
         >>> import torch, funcrl
         >>> mesh = funcrl.parallel.Mesh()
-        >>> funcrl.parallel.psum_shard_tree({"w": torch.tensor([1.0, 2.0])}, mesh)
+        >>> funcrl.parallel.psum_scatter_tree({"w": torch.tensor([1.0, 2.0])}, mesh.shard)
         {'w': tensor([1., 2.])}
     """
-    if mesh.shard.size == 1:
+    if axis.size == 1:
         return values
 
     def of_leaf(leaf: Tensor) -> Tensor:
-        rows = _padded(leaf.to(at_least_float32(leaf.dtype)), mesh.shard)
-        own = psum(psum_scatter(rows, mesh.shard), mesh.data)
+        own = psum_scatter(_padded(leaf.to(at_least_float32(leaf.dtype)), axis), axis)
         return (own.squeeze(0) if leaf.ndim == 0 else own).to(leaf.dtype)
 
     return tree.map(of_leaf, values)

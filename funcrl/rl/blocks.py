@@ -20,7 +20,7 @@ from funcrl.parallel import (
     Axis,
     Mesh,
     pairwise_psum_tree,
-    psum_shard_tree,
+    psum_scatter_tree,
     psum_tree,
     shard,
 )
@@ -71,12 +71,11 @@ def score_gradient(
     def of_chunk(params: Params, chunk: Rows) -> Gradient:
         found = of_rows(params, chunk)
         # Ranks that share a state add up their shards, and never whole gradients.
-        return found._replace(grads=psum_shard_tree(found.grads, mesh))
+        return found._replace(grads=psum_scatter_tree(found.grads, mesh.shard))
 
     def gradient(params: Params, batch: Rows) -> Gradient:
         found = sum_over_microbatches(of_chunk, params, batch, microbatch, function)
-        is_shared = mesh.shard.size > 1
-        grads = found.grads if is_shared else psum_tree(found.grads, mesh.all)
+        grads = psum_tree(found.grads, mesh.data)
         return _metrics_of_ranks(found._replace(grads=grads), batch, mesh.all)
 
     return gradient

@@ -402,7 +402,7 @@ TABLE_OF_CALLS = {
     ),
     "parallel.whole_leaf": (parallel.whole_leaf, (T[0], (6,), parallel.Mesh().shard)),
     "parallel.global_norm": (parallel.global_norm, (GRADS, parallel.Mesh().shard)),
-    "parallel.psum_shard_tree": (parallel.psum_shard_tree, (GRADS, parallel.Mesh())),
+    "parallel.psum_scatter_tree": (parallel.psum_scatter_tree, (GRADS, parallel.Axis())),
     "parallel.own_rows": (parallel.own_rows, (COLLATED, parallel.Mesh(all=parallel.Axis(3, 1)))),
     "optim.adamw": optimizer(optim.adamw(optim.warmup(2, then=optim.cosine(1.0, 0.1, 9)))),
     "optim.sgd": optimizer(optim.sgd(0.1, momentum=0.9, nesterov=True, weight_decay=0.1)),

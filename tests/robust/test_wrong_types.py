@@ -46,7 +46,7 @@ _EMPTY_TREES = [
     ("optim.current_learning_rate", "opt_state"), ("optim.skip_nonfinite().update", "grads"),
     ("optim.scale_by_learning_rate().update", "grads"), ("save", "state"), ("tree.cast", "tree"),
     ("tree.zeros_like", "tree"), ("parallel.broadcast_tree", "values"),
-    ("parallel.pairwise_psum_tree", "values"), ("parallel.psum_shard_tree", "values"),
+    ("parallel.pairwise_psum_tree", "values"), ("parallel.psum_scatter_tree", "values"),
     ("parallel.psum_tree", "values"), ("parallel.shard", "values"),
 ]  # fmt: skip
 SILENT: dict[tuple[str, str], tuple[set[str], str]] = {

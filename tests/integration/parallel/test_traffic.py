@@ -33,14 +33,17 @@ rows = {name: math.ceil(leaf.shape[0] / SIZE) for name, leaf in params.items()} 
 held = sum(rows[name] * leaf[0].numel() for name, leaf in params.items())
 
 
-def sent(shard):
+def sent(shard, mesh=None, rows=4, microbatch=None):
     # Bytes that each kind of collective takes in, and the largest tensor that one gives.
-    mesh = Mesh(shard=EVERY, all=EVERY) if shard else Mesh(data=EVERY, all=EVERY)
+    mesh = mesh or (Mesh(shard=EVERY, all=EVERY) if shard else Mesh(data=EVERY, all=EVERY))
     layout = layout_of(params) if shard == "state" else ()
-    step = funcrl.grpo_step(funcrl.logprob_fn(model), mesh=mesh, layout=layout)
+    step = funcrl.grpo_step(
+        funcrl.logprob_fn(model), mesh=mesh, layout=layout, microbatch=microbatch
+    )
     state = step.init(params)
     numbers = [leaf.numel() for leaf in funcrl.tree.leaves(state.params)]
-    graph = funcrl.trace(step.update, state, own_rows(tiny_batch(dtype=torch.float32), mesh))
+    batch = own_rows(tiny_batch(rows=rows, dtype=torch.float32), mesh)
+    graph = funcrl.trace(step.update, state, batch)
     found, largest = {}, 0
     for node in graph.graph.nodes:
         name = str(node.target)
@@ -66,6 +69,13 @@ numbers, found, largest = sent("state")
 assert numbers == held
 assert found == scattered | {"all_gather_into_tensor": 4 * held + norms}, (found, held)
 assert largest <= 4 * SIZE * max(rows[name] * leaf[0].numel() for name, leaf in params.items())
+# Groups of eight that share a state: each micro-batch is summed within one, their sum over all.
+blocks, columns = (distributed.new_group(ranks) for ranks in ([*range(8)], [*range(3, SIZE, 8)]))
+mesh = Mesh(Axis(8, 0, columns.group_name), Axis(8, 3, blocks.group_name), EVERY)
+held = sum(math.ceil(leaf.shape[0] / 8) * leaf[0].numel() for leaf in params.values())
+numbers, found, _ = sent("optimizer", mesh, rows=4 * SIZE, microbatch=1)
+assert found["reduce_scatter_tensor"] == 4 * 4 * 8 * held, (found, held)
+assert found["all_reduce"] == 4 * held, (found, held)
 
 
 # Compiled, parameters are whole a layer at a time: in bytes of the predicted peak.
