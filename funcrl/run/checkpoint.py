@@ -1,6 +1,6 @@
 """Checkpoints: a tree of tensors and a few facts, written whole or not at all, and bit-exact.
 
-    PATH/state/           the leaves, written by orbax
+    PATH/state/           the leaves, written by orbax, those under 1 MB as one array
     PATH/manifest.json    their paths, shapes, dtypes and checksums, and the facts
 
 A checkpoint is made under a hidden name and renamed when all of it is on disk: the rename is the
@@ -37,6 +37,7 @@ from funcrl.run.storage import (
     MANIFEST,
     STATE,
     Manifest,
+    apart,
     array_checksum,
     check_like,
     clean_up,
@@ -165,7 +166,7 @@ def _read(
             start += len(leaves)
     for described, tree_like in wanted:
         check_like(path, [leaf for _, leaf in described], outline("restore", tree_like))
-    arrays = _read_arrays(path, manifest["files"]) if manifest["files"] else {}
+    arrays = _read_arrays(path, manifest) if manifest["files"] else {}
     state, *others = (_filled(path, manifest, arrays, *each) for each in wanted)
     return state, manifest["extra"], tuple(others)
 
@@ -188,12 +189,12 @@ def _filled(
     return unflatten(leaves)
 
 
-def _read_arrays(path: Path, files: dict[str, int]) -> dict[str, Any]:
+def _read_arrays(path: Path, manifest: Manifest) -> dict[str, Any]:
     # The files are checked first: a changed length would make orbax reserve any amount of memory.
     try:
-        changed = sorted(files.items() - file_checksums(path, STATE).items())
+        changed = sorted(manifest["files"].items() - file_checksums(path, STATE).items())
         if not changed:
-            return read_arrays(path / STATE)
+            return apart(read_arrays(path / STATE), manifest)
     except Exception as error:
         raise _broken(path, f"whose {STATE} cannot be read, {error!r}") from error
     raise _broken(path, f"whose {changed[0][0]} is torn, changed or missing")

@@ -24,7 +24,10 @@ from funcrl.core.types import Tree
 
 Manifest: TypeAlias = dict[str, Any]
 STATE, MANIFEST = "state", "manifest.json"  # what a checkpoint's folder has
-_FORMAT = "funcrl checkpoint 2"
+_FORMAT = "funcrl checkpoint 3"
+_FORMATS = (_FORMAT, "funcrl checkpoint 2")  # the second has each array in a folder of its own
+_SMALL = 1 << 20  # bytes of an array: orbax takes a millisecond and two files for each
+_TOGETHER = "together"  # the array that has the bytes of all small ones, and the manifest's sizes
 _FIELDS = {"leaves": list, "checksums": list, "files": dict, "extra": dict}
 _LEAF_FIELDS = {"path": str, "shape": list, "dtype": str}
 
@@ -93,7 +96,7 @@ def decode(text: str) -> Manifest:
         raise ValueError("is torn or not of funcrl") from error
     if text != encode(manifest):
         raise ValueError("has changed since it was saved")
-    if version != _FORMAT:
+    if version not in _FORMATS:
         raise ValueError(f"has the format {brief(version)} and not {_FORMAT!r}")
     if not _has_all_fields(manifest):
         raise ValueError("has other fields than funcrl writes")
@@ -102,7 +105,11 @@ def decode(text: str) -> Manifest:
 
 def array_checksum(array: Any) -> int:
     """Return the checksum of an array's numbers."""
-    return zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+    return zlib.crc32(_bytes_of(array).data)
+
+
+def _bytes_of(array: Any) -> Any:
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
 def file_checksums(checkpoint: Path, folder: str) -> dict[str, int]:
@@ -127,9 +134,11 @@ def _has_all_fields(found: Mapping[str, Any]) -> bool:
         return False
     sums, files = found["checksums"], found["files"]
     leaves = [*found["leaves"], *(leaf for each in beside for leaf in each)]
+    sizes = found.get(_TOGETHER, {})
     return (
         len(sums) == len(leaves)
-        and all(isinstance(each, int) for each in [*sums, *files.values()])
+        and isinstance(sizes, dict)
+        and all(isinstance(each, int) for each in [*sums, *files.values(), *sizes.values()])
         and all(isinstance(leaf, dict) and _has(leaf, _LEAF_FIELDS) for leaf in leaves)
     )
 
@@ -239,6 +248,24 @@ def to_arrays(state: Tree) -> dict[str, Any]:
     return {str(index): to_array(leaf) for index, leaf in enumerate(tree.leaves(state))}
 
 
+def _joined(arrays: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, int]]:
+    """Return what is written of arrays, small ones as the bytes of one, and the sizes of those."""
+    small = {name: _bytes_of(array) for name, array in arrays.items() if array.nbytes < _SMALL}
+    written = {name: array for name, array in arrays.items() if name not in small}
+    if any(array.size for array in small.values()):
+        written[_TOGETHER] = np.concatenate([*small.values()])
+    return written, {name: array.size for name, array in small.items()}
+
+
+def apart(written: Mapping[str, Any], manifest: Manifest) -> dict[str, Any]:
+    """Return the arrays by number of those that were written, small ones as their bytes."""
+    arrays, sizes = dict(written), manifest.get(_TOGETHER, {})
+    ends = np.cumsum([*sizes.values()], dtype=np.int64)
+    small = np.split(arrays.pop(_TOGETHER, np.zeros(0, np.uint8)), ends)
+    # Copies, which do not keep each other alive.
+    return arrays | {name: part.copy() for name, part in zip(sizes, small, strict=False)}
+
+
 def write(path: Path, manifest: Manifest, arrays: dict[str, Any]) -> None:
     """Write a checkpoint; an old one of that name stays until all of it is on disk."""
     draft = path.with_name(f".{path.name}.{os.getpid()}.draft")
@@ -251,15 +278,15 @@ def write(path: Path, manifest: Manifest, arrays: dict[str, Any]) -> None:
         draft.mkdir()
         # Before orbax writes, so that the checksum reveals a tensor that changes meanwhile.
         sums = [array_checksum(array) for array in arrays.values()]
-        # An array without elements is not stored; the manifest alone brings it back.
-        filled = {name: array for name, array in arrays.items() if array.size}
-        if filled:
-            write_arrays(draft / STATE, filled)
-        text = encode(manifest | {"checksums": sums, "files": file_checksums(draft, STATE)})
+        written, sizes = _joined(arrays)
+        if written:  # else the manifest alone brings back the arrays, which have no elements
+            write_arrays(draft / STATE, written)
+        files = file_checksums(draft, STATE)
+        text = encode(manifest | {"checksums": sums, "files": files, _TOGETHER: sizes})
         (draft / MANIFEST).write_text(text, encoding="utf-8")
         # orbax syncs the data that it writes, but neither its metadata nor its folders.
-        for written in [*draft.rglob("*"), draft]:
-            sync(written)
+        for each in [*draft.rglob("*"), draft]:
+            sync(each)
         _replace(path, draft)
     except Exception as error:
         raise OSError(

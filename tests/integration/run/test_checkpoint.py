@@ -17,7 +17,7 @@ from bounded import bounded
 
 import funcrl
 from funcrl import tree
-from funcrl.run import checkpoint
+from funcrl.run import checkpoint, storage
 from funcrl.run.checkpoint import CheckpointError, Checkpoints
 from funcrl.run.storage import encode
 
@@ -142,7 +142,7 @@ def test_two_leaves_of_one_path_are_not_mixed_up(tmp_path):
 
 @pytest.mark.slow
 def test_any_torn_changed_or_missing_file_is_told(tmp_path):
-    state = example(size=40)
+    state = small_and_large()
     checkpoint.save(tmp_path / "x", state, {"step": 1})
     dice = random.Random(0)
     for file in files_of(tmp_path / "x"):
@@ -158,6 +158,38 @@ def test_any_torn_changed_or_missing_file_is_told(tmp_path):
             checkpoint.restore(tmp_path / "x", state)
         file.write_bytes(whole)
     assert bits(checkpoint.restore(tmp_path / "x", state)[0]) == bits(state)
+
+
+def small_and_large():
+    """Leaves that are written together, and one between them that is written by itself."""
+    state = example(size=40)
+    large = torch.randn(2**18, generator=torch.Generator().manual_seed(1))
+    return state._replace(params=state.params | {"half": large, "last": torch.ones(3)})
+
+
+def test_small_leaves_are_in_one_file(tmp_path):
+    state = small_and_large()
+    checkpoint.save(tmp_path / "x", state)
+    large = next(at for at, leaf in enumerate(tree.leaves(state)) if leaf.numel() == 2**18)
+    found = {each.parent.name for each in files_of(tmp_path / "x" / "state")}
+    assert found == {"state", "together", str(large)}
+
+
+def test_one_with_a_folder_for_each_leaf_as_they_were_once_written_can_be_read(tmp_path):
+    state = small_and_large()
+    arrays = storage.to_arrays(state)
+    storage.write_arrays(
+        tmp_path / "state", {name: array for name, array in arrays.items() if array.size}
+    )
+    manifest = storage.describe(state, {"step": 1}, None) | {
+        "format": "funcrl checkpoint 2",
+        "checksums": [storage.array_checksum(array) for array in arrays.values()],
+        "files": storage.file_checksums(tmp_path, "state"),
+    }
+    (tmp_path / "manifest.json").write_text(encode(manifest))
+    restored, extra = checkpoint.restore(tmp_path, tree.map(torch.zeros_like, state))
+    assert bits(restored) == bits(state)
+    assert extra == {"step": 1}
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"checkpoint": 3}', "[" * 10**5, "\xff"])
@@ -436,7 +468,8 @@ FORGED = {
     "a leaf without a shape": {"leaves": [{"path": "w"}]}, "no sums": {"checksums": []},
     "beside a number": {"beside": 5}, "beside numbers": {"beside": [5]},
     "leaves beside of text": {"beside": [["x"]], "checksums": [1, 2]},
-    "sums of text": {"checksums": ["x"]}, "facts": {"extra": 5}, "a score": {"score": "x"},
+    "sums of text": {"checksums": ["x"]}, "sizes": {"together": [12]},
+    "sizes of text": {"together": {"0": "x"}}, "facts": {"extra": 5}, "a score": {"score": "x"},
 }  # fmt: skip
 
 
@@ -448,6 +481,17 @@ def test_a_manifest_of_other_fields_is_refused_though_its_checksum_is_right(tmp_
     sum_of_it = zlib.crc32(json.dumps(inner).encode())
     path.write_text(json.dumps({"checksum": sum_of_it, "checkpoint": inner}) + "\n")
     with pytest.raises(CheckpointError, match=r"^restore .*manifest.json has other fields"):
+        checkpoint.restore(tmp_path / "1", number(0))
+
+
+@pytest.mark.parametrize("size", [-5, 11, 10**30])
+def test_a_manifest_of_other_sizes_is_refused_though_its_checksum_is_right(tmp_path, size):
+    path = tmp_path / "1" / "manifest.json"
+    checkpoint.save(tmp_path / "1", number(1))
+    inner = json.loads(path.read_text())["checkpoint"]
+    assert inner["together"] == {"0": 12}
+    path.write_text(encode(inner | {"together": {"0": size}}))
+    with pytest.raises(CheckpointError, match="^restore "):
         checkpoint.restore(tmp_path / "1", number(0))
 
 
