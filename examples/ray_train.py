@@ -22,8 +22,8 @@ def train_rank(options: dict) -> None:
     config = replace(options["config"], run_dir=options["run_dir"])
     if config.threads is None and config.device == "cpu":
         config = replace(config, threads=1)
-    shard = 1 if config.shard == "none" else options["num_workers"]
-    mesh = funcrl.parallel.make_mesh(config.ranks.timeout, shard=shard)
+    sharing = config.num_sharing(options["num_workers"])
+    mesh = funcrl.parallel.make_mesh(config.ranks.timeout, shard=sharing)
     view = "live" if mesh.all.rank == 0 else None
     resume = (Path(config.run_dir) / "config.yaml").exists()  # Ray has started the ranks again
     funcrl.train(config, view=view, resume=resume, mesh=mesh)

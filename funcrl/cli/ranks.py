@@ -53,6 +53,12 @@ def joined_ranks(config: TrainConfig) -> Iterator[Mesh]:
             f"train expects torchrun to start its {size} ranks (WORLD_SIZE), got no "
             f"{', '.join(missing)} in the environment; docs/scaling.md has the commands."
         )
+    sharing = config.num_sharing(size)
+    if size % sharing or (sharing == 1 and config.shard != "none"):
+        raise ValueError(
+            f"train expects --ranks.shard-size above 1, by which its {size} ranks can be divided, "
+            f"got {sharing}."
+        )
     backend, local = "gloo", int(os.environ["LOCAL_RANK"])
     if config.device == "cuda":
         if local >= torch.cuda.device_count():
@@ -75,7 +81,7 @@ def joined_ranks(config: TrainConfig) -> Iterator[Mesh]:
             f"train expects its {size} ranks to meet within {config.ranks.meet:g} s "
             f"(--ranks.meet), got: {error}"
         ) from error
-    yield make_mesh(config.ranks.timeout, shard=1 if config.shard == "none" else size)
+    yield make_mesh(config.ranks.timeout, shard=sharing)
     # After an error the others may be gone, which this would wait for. vLLM's engine has done it.
     if distributed.is_initialized():
         distributed.destroy_process_group()

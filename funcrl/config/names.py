@@ -66,6 +66,7 @@ _KNOWN_AS = {
     "eval-strategy": ("evaluation.every",),
     "fp16": ("dtype",),
     "fsdp": ("shard",),
+    "fsdp-size": ("ranks.shard-size",),
     "gpu": ("device",),
     "gradient-accumulation-steps": ("microbatch",),
     "gradient-checkpointing": ("compile.remat",),

@@ -288,3 +288,6 @@ class RanksConfig(CheckedFields):
     """The seconds after which a rank that the others wait for ends the run."""
     meet: FinitePositive = 60.0
     """The seconds within which all ranks must have started."""
+    shard_size: Count | None = None
+    """With shard: how many neighbouring ranks hold a state together, such as the GPUs of a host;
+    other groups hold the same one (FSDP's hybrid sharding). All ranks when left out."""

@@ -218,6 +218,11 @@ class TrainConfig:
             )
         if self.compile and self.compile.cudagraph == "full" and self.device == "cpu":
             raise ValueError("train expects --device cuda with --compile.cudagraph full, got cpu.")
+        if self.ranks.shard_size is not None and self.shard == "none":
+            raise ValueError(
+                f"train expects --shard optimizer or state with --ranks.shard-size "
+                f"{self.ranks.shard_size}, got none."
+            )
         self._check_streams()
         self._check_behavior()
         compares = ":" not in self.algorithm.name and self.algorithm.name not in BY_ITSELF
@@ -344,6 +349,10 @@ class TrainConfig:
     def is_supervised(self) -> bool:
         """Whether the run trains on the task's own answers, and draws nothing to train on."""
         return self.algorithm.name == "sft"
+
+    def num_sharing(self, num_ranks: int) -> int:
+        """Return how many of a run's ranks hold a state together."""
+        return 1 if self.shard == "none" else self.ranks.shard_size or num_ranks
 
     @property
     def agrees(self) -> bool:

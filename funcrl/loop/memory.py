@@ -251,8 +251,9 @@ class _Shares(NamedTuple):
 
 def _shares(config: TrainConfig, shape: Network, num_ranks: int) -> _Shares:
     whole = FLOAT * num_trained(config, shape)
-    part = -(-whole // num_ranks)
-    if config.shard == "none" or num_ranks == 1:
+    sharing = min(config.num_sharing(num_ranks), num_ranks)
+    part = -(-whole // sharing)
+    if sharing == 1:
         return _Shares(whole, whole, whole, gathered=0)
     # A compiled step scatters each gradient at once, and has two layers' parameters whole.
     is_late = config.compile is not None

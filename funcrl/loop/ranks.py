@@ -26,10 +26,13 @@ def check_ranks_agree(config: TrainConfig, facts: Mapping[str, str], mesh: Mesh)
         facts: of its task and its code.
         mesh: of the ranks.
     """
-    if mesh.all.size > 1 and (mesh.shard.size > 1) != (config.shard != "none"):
+    sharing, wanted = mesh.shard.size, config.ranks.shard_size
+    is_meant = (sharing > 1) == (config.shard != "none") and wanted in (None, sharing)
+    if mesh.all.size > 1 and not is_meant:
         raise ValueError(
-            f"train expects make_mesh(shard=N) of several ranks with --shard optimizer or state, "
-            f"and of one with none, got --shard {config.shard} and {mesh.shard.size}."
+            f"train expects make_mesh(shard=N) of several ranks with --shard optimizer or state "
+            f"(of --ranks.shard-size, if given), and of one with none, got {sharing} with "
+            f"--shard {config.shard} and --ranks.shard-size {wanted}."
         )
     if mesh.host.size > 1 and config.generator == "vllm" and config.vllm.form == "server":
         raise ValueError(

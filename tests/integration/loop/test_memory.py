@@ -17,6 +17,7 @@ from funcrl.config import (
     EvaluationConfig,
     LoraConfig,
     OptimizerConfig,
+    RanksConfig,
     Sampling,
     TrainConfig,
     WarmStartConfig,
@@ -246,6 +247,10 @@ def test_the_memory_estimate_knows_of_ranks():
     for each in eight:
         assert each.cache == one.cache / 8
         assert each.activations == one.activations / 8
+    groups = TrainConfig(**options, shard="state", ranks=RanksConfig(shard_size=4))
+    four = memory.estimate_memory(groups, shape, 6, num_ranks=8)  # two groups of four
+    assert (four.parameters, four.optimizer) == (whole // 4, 2 * whole // 4)
+    assert four.activations == eight[0].activations
     fast = TrainConfig(**options, shard="state", compile=CompileConfig())
     late = memory.estimate_memory(fast, shape, 6, num_ranks=8)
     assert late.gradients == part + 2 * whole // shape.num_layers  # two layers' parameters

@@ -14,16 +14,19 @@ import pytest
 import torch
 
 import funcrl
+from funcrl.cli.ranks import joined_ranks
 from funcrl.config import (
     AlgorithmConfig,
     CheckpointConfig,
     EvaluationConfig,
+    RanksConfig,
     TrainConfig,
     WarmStartConfig,
 )
 from funcrl.loop.build import empty_state
+from funcrl.loop.ranks import check_ranks_agree
 from funcrl.loop.rollouts.ranks import own_prompts
-from funcrl.parallel import Axis
+from funcrl.parallel import Axis, Mesh
 from funcrl.run import runs
 
 ROOT = Path(__file__).parents[3]
@@ -127,9 +130,10 @@ def whole(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_ranks_that_share_their_state_do_the_run_of_one_process(tmp_path, whole):
+@pytest.mark.parametrize(("ranks", "options"), [(2, ()), (4, ("--ranks.shard-size", "2"))])
+def test_ranks_that_share_their_state_do_the_run_of_one_process(tmp_path, whole, ranks, options):
     """Up to the rounding of the norm that clips; then one process goes on with it."""
-    status, output = ended(torchrun(tmp_path / "run", 4, ("--shard", "state")))
+    status, output = ended(torchrun(tmp_path / "run", ranks, ("--shard", "state", *options)))
     assert status == 0, output
     assert output.count("step 6/6") == 1  # one view
     assert_same_run(tmp_path / "run", whole, tolerance=1e-6)
@@ -143,7 +147,26 @@ def test_ranks_that_share_their_state_do_the_run_of_one_process(tmp_path, whole)
         row for _, row in runs.each_line("train", tmp_path / "run" / runs.CHANGES)
         if row["option"] == "ranks"
     ]  # fmt: skip
-    assert (change["from"], change["to"]) == ("4", "1")
+    assert (change["from"], change["to"]) == (str(ranks), "1")
+
+
+@pytest.mark.parametrize(("sharing", "options"), [(1, {}), (4, {"shard_size": 2})])
+def test_a_mesh_of_other_groups_than_the_options_say_is_refused(sharing, options):
+    mesh = Mesh(shard=Axis(sharing), all=Axis(4))
+    config = TrainConfig(shard="state", ranks=RanksConfig(**options))
+    with pytest.raises(ValueError, match=rf"^train expects make_mesh.* got {sharing} with"):
+        check_ranks_agree(config, {}, mesh)
+
+
+@pytest.mark.parametrize("sharing", [1, 3, 8])
+def test_groups_that_the_ranks_cannot_be_divided_into_are_refused(monkeypatch, sharing):
+    places = {"WORLD_SIZE": 4, "RANK": 0, "LOCAL_RANK": 0, "MASTER_ADDR": "x", "MASTER_PORT": 1}
+    for name, value in places.items():
+        monkeypatch.setenv(name, str(value))
+    config = TrainConfig(shard="state", ranks=RanksConfig(shard_size=sharing))
+    refused = pytest.raises(ValueError, match=rf"--ranks.shard-size .* 4 ranks .* got {sharing}")
+    with refused, joined_ranks(config):
+        pass
 
 
 @pytest.mark.slow
