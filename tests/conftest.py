@@ -14,8 +14,8 @@ import funcrl.run.trust
 if "PYTEST_XDIST_WORKER" in os.environ:  # one thread each, and for what a test starts
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
-# Full collections between those of each file, below, took a tenth of the tests' time.
-gc.set_threshold(*gc.get_threshold()[:2], 100)
+# Collections between those of each file, below, took a tenth of the tests' time.
+gc.set_threshold(20_000, 10, 100)
 
 
 def pytest_collection_modifyitems(items):

@@ -60,6 +60,11 @@ def score_gradient(
         mesh: of ranks that have rows of their own, over which to sum; where they share a state,
             each gets its shards of the gradients.
     """
+    if mesh.data.size * mesh.shard.size != mesh.all.size:
+        raise ValueError(
+            f"{function} expects a mesh whose ranks are data.size * shard.size, as make_mesh "
+            f"returns it, got {mesh}."
+        )
     if isinstance(model_fn, ExactModelFn) and per_sample is None:
         return _gradient_in_blocks(model_fn, loss_fn, microbatch, function, mesh)
 

@@ -100,3 +100,9 @@ def test_a_mesh_with_a_wrong_timeout_is_refused():
         ValueError, match="make_mesh expects timeout to be a finite number above 0, got 0"
     ):
         funcrl.parallel.make_mesh(timeout=0)
+
+
+def test_a_mesh_whose_ranks_are_no_grid_is_refused():
+    """Gradients are summed over `shard` and `data`: without them over no rank."""
+    with pytest.raises(ValueError, match="^grpo_step expects a mesh whose ranks are data.size"):
+        funcrl.grpo_step(funcrl.logprob_fn(tiny_model()), mesh=Mesh(all=Axis(2)))
