@@ -87,10 +87,10 @@ def main() -> None:
         config = replace(FORK, run_dir=place / f"fork-{number}")
         folder = Path(str(config.run_dir))
         child = child_of(lambda config=config: life(config, parent))
-        if number % 3:  # between its first file and its first checkpoint, most of the time
+        if number % 3:  # soon after its first files: one in three before its first checkpoint
             while not (folder / runs.ENVIRONMENT).exists():
                 time.sleep(0.001)
-            time.sleep(dice.uniform(0, 0.05 * seconds))
+            time.sleep(dice.uniform(0, 0.01 * seconds) if number % 3 > 1 else 0.0)
         else:
             time.sleep(dice.uniform(0, 1.1 * seconds))
         os.kill(child, signal.SIGKILL)
