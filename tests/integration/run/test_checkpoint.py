@@ -42,6 +42,13 @@ def example(seed=0, size=7):
     )
 
 
+def small_and_large():
+    """Leaves that are written together, and one between them that is written by itself."""
+    state = example(size=40)
+    large = torch.randn(2**18, generator=torch.Generator().manual_seed(1))
+    return state._replace(params=state.params | {"half": large, "last": torch.ones(3)})
+
+
 def bits(state):
     return [
         (leaf.dtype, tuple(leaf.shape), leaf.contiguous().reshape(-1).view(torch.uint8).tolist())
@@ -158,13 +165,6 @@ def test_any_torn_changed_or_missing_file_is_told(tmp_path):
             checkpoint.restore(tmp_path / "x", state)
         file.write_bytes(whole)
     assert bits(checkpoint.restore(tmp_path / "x", state)[0]) == bits(state)
-
-
-def small_and_large():
-    """Leaves that are written together, and one between them that is written by itself."""
-    state = example(size=40)
-    large = torch.randn(2**18, generator=torch.Generator().manual_seed(1))
-    return state._replace(params=state.params | {"half": large, "last": torch.ones(3)})
 
 
 def test_small_leaves_are_in_one_file(tmp_path):
