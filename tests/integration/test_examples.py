@@ -135,6 +135,8 @@ def test_ray_starts_the_ranks_of_a_run(tmp_path):
     ]  # fmt: skip
     environment = {
         "HOME": home, "RAY_TMPDIR": home, "RAY_USAGE_STATS_ENABLED": "0",
+        # Its processes would yield to every other one of the machine: minutes beside other tests.
+        "RAY_worker_niceness": "0",
         # After 60 s it would start the workers again, and again where two cores have much to do.
         "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "240",
         "PYTHONPATH": str(EXAMPLES.parent), "OMP_NUM_THREADS": "1",
