@@ -7,7 +7,16 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, make_dataclass, replace
 from itertools import dropwhile, takewhile
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, TypeVar, get_args, get_type_hints
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    NamedTuple,
+    TypeVar,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 import tyro
 
@@ -20,6 +29,11 @@ from funcrl.core.files import brief
 
 # Groups that are named by one of their options: `--algorithm dapo` is `--algorithm.name dapo`.
 _NAMED = ("algorithm", "optimizer")
+_FORMS = {
+    bool: "True or False",
+    int: "an integer in the digits 0 to 9",
+    float: "a number in the digits 0 to 9",
+}
 Config = TypeVar("Config")
 
 
@@ -183,7 +197,7 @@ def parse(command: str, args: Sequence[str], *configs: Any) -> list[Any]:
         with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
             line = _read(command, args, configs)
     except SystemExit:
-        reason, cause = _in_one_line(command, args, said.getvalue()), None
+        reason, cause = _in_one_line(command, args, options, said.getvalue()), None
     except (ValueError, TypeError) as error:  # of a configuration that refuses its values
         reason, cause = str(error), error
     else:
@@ -297,7 +311,9 @@ def _is_rule(line: str) -> bool:
     return not line.strip("-─╭╮╰╯")
 
 
-def _in_one_line(command: str, args: Sequence[str], printed: str) -> str:
+def _in_one_line(
+    command: str, args: Sequence[str], options: Mapping[str, Option], printed: str
+) -> str:
     """Return tyro's error, which it prints as a box with help in it, in the words of our own."""
     lines = [line.strip(" │") for line in printed.splitlines()[1:]]  # without the title
     texts = dropwhile(_is_rule, lines)
@@ -311,18 +327,34 @@ def _in_one_line(command: str, args: Sequence[str], printed: str) -> str:
         return f"{command} expects no {brief(text)} after {before[-1].partition('=')[0]}."
     if missing := re.match(r"Missing value for argument '([^',]+)", said):
         return f"{command} expects a value after {missing[1]}, got none."
-    if choice := re.match(r"invalid choice '(.*)' for argument '([^',]+).*one of \((.*)\)", said):
-        value, flag, names = choice[1], choice[2], re.findall(r"'([^']*)'", choice[3])
-        meant = did_you_mean(close(value, names))
-        return f"{command} expects {flag} to be {' or '.join(names)}, got {brief(value)}{meant}"
+    if choice := re.match(r"invalid choice '(.*)' for argument '([^',]+)", said):
+        value, flag = choice[1], choice[2]
+        form, names = _form(options[flag].kind), _choices(options[flag].kind)
+        return f"{command} expects {flag} to be {form}, got {brief(value)}" + did_you_mean(
+            close(value, names)
+        )
     where, _, reason = said.removeprefix("Error parsing ").partition(": ")
     if not where.startswith("-"):
         return reason  # of a configuration that refuses its values
-    tried = re.match(r"(?:No type matching (.*) could be|Could not).* \[(.*?)\]", reason)
-    if tried:
-        form = tried[1] or "as funcrl train --help-all says"
-        return f"{command} expects {where} to be {form}, got {tried[2]}."
+    if tried := re.match(r"(?:no type matching|Could not find).*? \[(.*?)\]", reason):
+        return f"{command} expects {where} to be {_form(options[where].kind)}, got {tried[1]}."
     return f"{command} expects {where} to be {reason.removeprefix('expects ')}"
+
+
+def _choices(kind: Any) -> list[str]:
+    """Return the words that an option takes, none if it takes others, in their order."""
+    parts = [kind] if get_origin(kind) is Literal else get_args(kind)
+    return [str(word) for part in parts if get_origin(part) is Literal for word in get_args(part)]
+
+
+def _form(kind: Any) -> str:
+    """Return what the values of a type look like on a line."""
+    if kind in _FORMS:
+        return _FORMS[kind]
+    if get_origin(kind) is Literal:
+        return " or ".join(_choices(kind))
+    parts = [_form(part) for part in get_args(kind) if part not in (type(None), ...)]
+    return f"{parts[0]}, or several" if get_origin(kind) is tuple else " or ".join(parts)
 
 
 def _by_option(command: str, args: Sequence[str], options: Iterable[Option], reason: str) -> str:

@@ -8,6 +8,7 @@ import dataclasses
 import inspect
 import io
 import pickle
+import re
 import typing
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,6 +27,7 @@ from benchmarks.scans import RecurrentBenchConfig
 from benchmarks.vllm import VLLMBenchConfig
 from funcrl import cli, config
 from funcrl.cli.options import UsageError, parse
+from funcrl.cli.program import read_train_config
 from funcrl.loop.parity import ParityConfig
 
 EMPTY, TENSOR = {"[]", "{}"}, {"a tensor"}
@@ -207,7 +209,8 @@ def end(kind: type, field: dataclasses.Field, text: str) -> str:
     """ "clear" where the parser or the dataclass names the option, "silent" where both take it."""
     value, printed = read(kind, field, text)
     if printed:
-        return "clear" if "--value" in printed else "raw"
+        by_tyro = re.search("matching|parse|help-all|<class", printed)
+        return "clear" if "--value" in printed and not by_tyro else "raw"
     try:
         dataclasses.replace(kind(), **{field.name: value})
     except ValueError as error:
@@ -226,6 +229,26 @@ def test_wrong_texts_are_refused_by_the_name_of_the_option():
     }
     assert len(ends) > 1500
     assert {key for key, found in ends.items() if found != "clear"} == set()
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("--threads x", "--threads to be an integer in the digits 0 to 9, got 'x'."),
+        ("--seeds 1 x", "--seeds to be an integer in the digits 0 to 9, or several, got '1', 'x'."),
+        ("--logprob-chunk x",
+         "--logprob-chunk to be an integer in the digits 0 to 9 or all, got 'x'."),
+        ("--enable-thinking on", "--enable-thinking to be True or False, got 'on'."),
+        ("--algorithm.scale-rewards grop",
+         "--algorithm.scale-rewards to be group or batch or none, got 'grop'; did you mean group?"),
+        ("--log.trackers wandb x",
+         "--log.trackers to be tensorboard or wandb or trackio, or several, got 'x'."),
+    ],
+)  # fmt: skip
+def test_what_an_option_takes_is_said_in_its_order(line, said):
+    with pytest.raises(UsageError) as error:
+        read_train_config(line.split())
+    assert str(error.value) == f"train expects {said}"
 
 
 def test_every_legitimate_text_is_taken():
