@@ -96,7 +96,7 @@ def sampler_ways(model: Transformer, params: Params, tokens: Tensor, prompt: int
         def side(recorded: bool) -> Side:
             operations: list[Operation] = []
             # The network that the sampler makes of pushed parameters.
-            network = pack_weights(model, params)
+            network = pack_weights(model, params, by_operation=recorded)
             with torch.inference_mode():
                 used = recording(network, operations) if recorded else network
                 return run(used, operations, tokens, prompt)

@@ -1,7 +1,7 @@
 """The shape of a `Transformer`: its sizes, the kinds of its layers, and its options."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal, TypeAlias
 
 from funcrl.core import checks
@@ -172,3 +172,20 @@ class TransformerConfig:
         """
         keys = self.delta_key_heads * self.delta_key_width
         return 2 * keys + self.delta_heads * self.delta_value_width
+
+
+# What every forward pass of a network with attention computes, and sizes of layers of other kinds.
+# A new option is none of these: what has not been told of it would ignore it.
+_PLAIN = {
+    "vocab_size", "width", "num_layers", "num_heads", "num_kv_heads", "head_width", "mlp_width",
+    "qk_norm", "qkv_bias", "rope_theta", "rope_scaling", "norm_eps", "tied", "context_length",
+    "numerics", "layers", "delta_heads", "delta_key_heads", "delta_key_width", "delta_value_width",
+    "delta_conv",
+}  # fmt: skip
+
+
+def is_plain(config: TransformerConfig, *known: str) -> bool:
+    """Return whether a network has no options but the plain ones, and those that are named."""
+    default = TransformerConfig()
+    others = {field.name for field in fields(config)} - _PLAIN - {*known}
+    return all(getattr(config, name) == getattr(default, name) for name in others)

@@ -2,7 +2,6 @@
 
 import threading
 from contextlib import nullcontext
-from dataclasses import fields
 from functools import partial
 
 import torch
@@ -16,27 +15,17 @@ from funcrl.generators.embedded.pages import Results, sizes_of
 from funcrl.generators.embedded.program import Graphs, Program, send_to
 from funcrl.generators.embedded.schedule import Completions, Request, diverged
 from funcrl.models import MLP, Attention, Transformer, TransformerConfig
+from funcrl.models.config import is_plain
 from funcrl.models.functional import bind
 from funcrl.ops.exact import EXACT_FORWARD
 
-# The options that `program` computes. A network with any other option is not captured: the graphs
-# would ignore that option. Add a new one here once `program` computes it.
-_KNOWN = {
-    "vocab_size", "width", "num_layers", "num_heads", "num_kv_heads", "head_width", "mlp_width",
-    "qk_norm", "qkv_bias", "rope_theta", "rope_scaling", "norm_eps", "tied", "context_length",
-    "numerics",
-    # Sizes of layers of other kinds, which it does not have.
-    "layers", "delta_heads", "delta_key_heads", "delta_key_width", "delta_value_width",
-    "delta_conv",
-}  # fmt: skip
-
 
 def captured_runs(config: TransformerConfig) -> bool:
-    """Return whether captured graphs compute this network: full attention, and no other option."""
-    plain = TransformerConfig()
-    others = {field.name for field in fields(config)} - _KNOWN
-    unused = all(getattr(config, name) == getattr(plain, name) for name in others)
-    return unused and set(config.kinds) == {"full"}
+    """Return whether captured graphs compute this network: full attention, and no other option.
+
+    Name a new option once `program` computes it: the graphs would ignore it.
+    """
+    return is_plain(config) and set(config.kinds) == {"full"}
 
 
 def is_captured(model: Transformer, params: Params, dtype: torch.dtype | None) -> bool:

@@ -1,12 +1,16 @@
 """The sampler on sliding and delta layers: its log-probabilities are the trainer's."""
 
+from functools import partial
+
 import pytest
 import torch
+from cases import tiny_model
 from hybrids import OPTIONS, hybrid, spread_params
 
 import funcrl
 from funcrl.generators import Sampler, Sampling, sample
-from funcrl.generators.packed import pack_weights
+from funcrl.generators.embedded import sampler
+from funcrl.generators.packed import PackedBlock, pack_weights
 from funcrl.loop.parity import ParityConfig
 
 # Of different lengths, so that shorter ones are padded; slots are fewer than samples, so that
@@ -89,6 +93,26 @@ def test_weights_laid_out_for_decoding_are_those_of_the_network(name):
     samples = sample(model, params, PROMPTS, SAMPLING, seed=1, slots=SLOTS)
     forced = teacher_forced(funcrl.logprob_fn(model), params, samples)
     assert (samples.policy_logprobs - forced).abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", [*OPTIONS, "biases without norms"])
+def test_blocks_in_few_calls_draw_what_their_operations_do(name, dtype, monkeypatch):
+    biased = {"qkv_bias": True, "qk_norm": False}
+    model = tiny_model(**biased) if name not in OPTIONS else hybrid(name)
+    params = spread_params(model, dtype)
+    found = sample(model, params, PROMPTS, SAMPLING, seed=1, slots=SLOTS)
+    by_operation = partial(pack_weights, by_operation=True)
+    monkeypatch.setattr(sampler, "pack_weights", by_operation)
+    expected = sample(model, params, PROMPTS, SAMPLING, seed=1, slots=SLOTS)
+    assert torch.equal(found.tokens, expected.tokens)
+    assert torch.equal(found.policy_logprobs, expected.policy_logprobs)
+    blocks = pack_weights(model, params).blocks
+    packed = {block.kind for block in blocks if isinstance(block, PackedBlock)}
+    changed = {"gate", "gate and biases", "partial rotation", "partial rotation without norms",
+               "scale", "offset", "post norms", "gelu", "all"}  # fmt: skip
+    assert packed == (set() if name in changed else {*model.config.kinds} - {"delta"})
+    assert not any(isinstance(block, PackedBlock) for block in by_operation(model, params).blocks)
 
 
 def test_a_parity_check_covers_the_layers_of_a_hybrid():
