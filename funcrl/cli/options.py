@@ -328,11 +328,9 @@ def _in_one_line(
     if missing := re.match(r"Missing value for argument '([^',]+)", said):
         return f"{command} expects a value after {missing[1]}, got none."
     if choice := re.match(r"invalid choice '(.*)' for argument '([^',]+)", said):
-        value, flag = choice[1], choice[2]
-        form, names = _form(options[flag].kind), _choices(options[flag].kind)
-        return f"{command} expects {flag} to be {form}, got {brief(value)}" + did_you_mean(
-            close(value, names)
-        )
+        value, flag, kind = choice[1], choice[2], options[choice[2]].kind
+        meant = did_you_mean(close(value, _choices(kind)))
+        return f"{command} expects {flag} to be {_form(kind)}, got {brief(value)}{meant}"
     where, _, reason = said.removeprefix("Error parsing ").partition(": ")
     if not where.startswith("-"):
         return reason  # of a configuration that refuses its values
@@ -342,7 +340,7 @@ def _in_one_line(
 
 
 def _choices(kind: Any) -> list[str]:
-    """Return the words that an option takes, none if it takes others, in their order."""
+    """Return the words that an option of a type takes, in their order."""
     parts = [kind] if get_origin(kind) is Literal else get_args(kind)
     return [str(word) for part in parts if get_origin(part) is Literal for word in get_args(part)]
 
