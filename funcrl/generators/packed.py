@@ -1,7 +1,7 @@
 """Weights laid out for decoding on a CPU, made once a push: each token multiplies by them all."""
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
 import torch
@@ -57,10 +57,6 @@ def pack_weights(model: Transformer, params: Params, by_operation: bool = False)
 
     fast = ops.NATIVE._replace(linear=linear, project=project)
     network = fill(Transformer(model.config, fast), params)
-    if not by_operation and is_plain(model.config, *_KNOWN):
-        for index, block in enumerate(network.blocks):
-            if isinstance(block, Block) and block.kind != "delta":
-                network.blocks[index] = PackedBlock(block)
     for child in network.modules():
         if isinstance(child, Attention | GatedDelta):
             parts = child.projections()
@@ -70,6 +66,10 @@ def pack_weights(model: Transformer, params: Params, by_operation: bool = False)
             products[id(child.gate.weight)] = _joined([child.gate, child.up])
             products[id(child.down.weight)] = _product(child.down.weight)
     products[id(network.unembed.weight)] = _product(network.unembed.weight)
+    if not by_operation and is_plain(model.config, *_KNOWN):
+        for index, block in enumerate(network.blocks):
+            if isinstance(block, Block) and block.kind != "delta":
+                network.blocks[index] = PackedBlock(block, products)
     return network
 
 
@@ -77,9 +77,13 @@ class PackedBlock(nn.Module):
     """A block of attention in few calls, with the bits of native operations and no derivative.
 
     A token of a small network waits for calls into torch, not for sums.
+
+    Args:
+        block: whose result it returns.
+        products: with the block's matrices, by their ids; of joined ones by that of the first.
     """
 
-    def __init__(self, block: Block) -> None:
+    def __init__(self, block: Block, products: Mapping[int, ProductFn]) -> None:
         super().__init__()
         attention, mlp = block.attention, block.mlp
         self.kind = block.kind
@@ -91,8 +95,9 @@ class PackedBlock(nn.Module):
         if isinstance(q_norm, RMSNorm) and isinstance(k_norm, RMSNorm):
             of_k = k_norm.weight.expand(c.num_kv_heads, 1, -1)
             self._gains = torch.cat([q_norm.weight.expand(c.num_heads, 1, -1), of_k]).detach()
-        self._qkv, self._out = _joined(attention.projections()), _product(attention.o.weight)
-        self._gate_up, self._down = _joined([mlp.gate, mlp.up]), _product(mlp.down.weight)
+        self._qkv, self._out, self._gate_up, self._down = (
+            products[id(part.weight)] for part in (attention.q, attention.o, mlp.gate, mlp.down)
+        )
 
     def forward(self, x: Tensor, rotation: Tensor, attend: AttendFn) -> Tensor:
         """Return the residual stream [..., T, D] after the block, as `Block` does."""

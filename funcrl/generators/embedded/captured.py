@@ -23,7 +23,7 @@ from funcrl.ops.exact import EXACT_FORWARD
 def captured_runs(config: TransformerConfig) -> bool:
     """Return whether captured graphs compute this network: full attention, and no other option.
 
-    Name a new option once `program` computes it: the graphs would ignore it.
+    Give `is_plain` the name of a new option once `program` computes it: graphs would ignore it.
     """
     return is_plain(config) and set(config.kinds) == {"full"}
 
